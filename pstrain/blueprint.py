@@ -54,6 +54,9 @@ def make(model_fn, element_spec, num_ps, partitioner, min_table_bytes=None):
         UsageError: something in the model cannot be trained on parameter servers.
     """
     lookup.install()
+    # Checkpoints are keyed by path: the same model must get the same names, also
+    # when it is built a second time in one process.
+    compat.restart_layer_names()
     with table.creation_scope(min_table_bytes or table.MIN_TABLE_BYTES):
         model = model_fn()
         _check_compiled(model)

@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.tensorflow import numpy as keras_numpy
 from keras.src.optimizers import base_optimizer
+from keras.src.utils import naming
 from tensorflow.python.distribute import input_lib
 from tensorflow.python.distribute.coordinator import values as coordinator_values
 from tensorflow.python.eager import tape as tape_lib
@@ -126,6 +127,11 @@ class Leaf:
 # ---- models ---------------------------------------------------------------------
 
 
+def restart_layer_names():
+    """Lets automatic layer names count from the start again."""
+    naming.reset_uids()
+
+
 def build_model(model, element_spec):
     """Creates every variable of a compiled model, its losses and its metrics.
 
@@ -215,6 +221,22 @@ def per_worker_iterators(coordinator, dataset_fns):
         )
         remote.append(iterator)
     return coordinator_values.PerWorkerValues(tuple(remote))
+
+
+# ---- checkpoints -------------------------------------------------------------------
+
+
+def update_checkpoint_state(directory, newest, all_paths):
+    """Rewrites the file `checkpoint`; paths are relative to `directory`.
+
+    The public `tf.train.CheckpointManager` can only register what it saved itself.
+    """
+    tf.__internal__.train.update_checkpoint_state(
+        directory, newest, all_model_checkpoint_paths=all_paths
+    )
+
+
+# ---- any object ----------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -107,6 +107,12 @@ def build_slots(optimizer, variables):
     return slots
 
 
+def treatment(optimizer, variable):
+    """A key that trained variables share if one update can serve them all."""
+    alone = id(variable) if variable.constraint is not None else None
+    return compat.decays(optimizer, variable), alone
+
+
 class ServerOptimizer:
     """Applies gradients on the ps that hold the variables.
 

@@ -28,7 +28,6 @@ class StepFunctions:
         train: `tf.function(iterator, control)`; `control` is float64
             `[first step, number of steps, learning rate]`.  Returns a float64
             vector: number of examples, then the changes of all metric variables.
-        evaluate: `tf.function(batch, spec)`; returns the same vector.
     """
 
     def __init__(self, model, survey, parameters, optimizer):
@@ -50,7 +49,7 @@ class StepFunctions:
             tf.constant(compat.backend_value(v).numpy()) for v in survey.metrics
         ]
         self.train = tf.function(self._train, autograph=False)
-        self.evaluate = tf.function(self._evaluate, autograph=False)
+        self._evaluate_functions = {}
 
     def _train(self, iterator, control):
         first = tf.cast(control[0], tf.int64)
@@ -113,6 +112,23 @@ class StepFunctions:
         done = self._optimizer.apply(collector.gradients, step, learning_rate)
         return scope, done
 
+    def evaluate_function(self, element_spec):
+        """The function of one evaluation step for batches of a structure.
+
+        Args:
+            element_spec: structure of `tf.TensorSpec` of one batch.
+
+        Returns:
+            `tf.function(batch, step)` that returns a vector like `train`.
+        """
+        key = repr(element_spec)
+        if key not in self._evaluate_functions:
+            signature = [element_spec, tf.TensorSpec([], tf.int64)]
+            self._evaluate_functions[key] = tf.function(
+                self._evaluate, input_signature=signature, autograph=False
+            )
+        return self._evaluate_functions[key]
+
     def _evaluate(self, batch, step):
         """One `test_step` on a batch that the coordinator sends."""
         fixed = self._read(
@@ -150,6 +166,23 @@ class StepFunctions:
             advance = tf.stack([tf.zeros_like(step), step * draws])
             values.append((variable, start + tf.cast(advance, start.dtype)))
         return values
+
+    def seeds_after(self, step):
+        """Seed states as they would be locally: list of `(variable, value)`."""
+        values = []
+        for variable, start in zip(self._survey.seeds, self._seeds, strict=True):
+            advance = np.array([0, step * self._survey.draws[id(variable)]])
+            values.append((variable, start + advance.astype(start.dtype)))
+        return values
+
+    def restore_seeds(self, step, values):
+        """Takes over seed states that were saved at `step`; None leaves one alone."""
+        for number, (variable, value) in enumerate(
+            zip(self._survey.seeds, values, strict=True)
+        ):
+            if value is not None:
+                advance = np.array([0, step * self._survey.draws[id(variable)]])
+                self._seeds[number] = value - advance.astype(value.dtype)
 
     def _report(self, examples, metrics):
         """One vector for the coordinator: examples, changes of metric states."""
