@@ -35,7 +35,9 @@ def connect(cluster, partitioner=None):
             "training needs at least one ps and one worker; received: "
             f"{len(cluster.ps)} ps, {len(cluster.workers)} workers"
         )
-    spec = {job: hosts for job, hosts in cluster.as_dict().items() if job != "evaluator"}
+    spec = {
+        job: hosts for job, hosts in cluster.as_dict().items() if job != "evaluator"
+    }
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(spec), rpc_layer="grpc"
     )

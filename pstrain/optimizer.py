@@ -132,7 +132,9 @@ class ServerOptimizer:
     def learning_rate(self, step):
         """The learning rate of a step as the optimizer's schedule gives it."""
         with self._step_scope(step, None):
-            return tf.cast(tf.convert_to_tensor(self._optimizer.learning_rate), "float32")
+            return tf.cast(
+                tf.convert_to_tensor(self._optimizer.learning_rate), "float32"
+            )
 
     def apply(self, gradients, step, learning_rate):
         """Sends gradients to the ps and updates there; call inside a function.
@@ -238,9 +240,7 @@ class ServerOptimizer:
                 values = gradient.values
                 if order[number] is not None:
                     values = tf.gather(values, order[number])
-                shard_slots = [
-                    (slot, table_of(slot).shards[number]) for slot in slots
-                ]
+                shard_slots = [(slot, table_of(slot).shards[number]) for slot in slots]
                 shards.append((variable, shard, shard_slots))
                 rows.append((local[number], values))
         return shards, rows
@@ -402,7 +402,9 @@ class _Rows:
         self._rows = rows
 
     def read(self, storage):
-        return tf.ensure_shape(storage.sparse_read(self._rows), [None, storage.shape[1]])
+        return tf.ensure_shape(
+            storage.sparse_read(self._rows), [None, storage.shape[1]]
+        )
 
     def write(self, storage, value):
         return tf.raw_ops.ResourceScatterUpdate(

@@ -36,9 +36,7 @@ class StepScope(StatelessScope):
         super().__init__(values, collect_losses=True, initialize_variables=False)
         self.assigned = {}
         self._initial = dict(self.state_mapping)
-        self._leaves = {
-            id(v): compat.Leaf(self.state_mapping[id(v)]) for v in trained
-        }
+        self._leaves = {id(v): compat.Leaf(self.state_mapping[id(v)]) for v in trained}
         self._tables = {id(v): v for v in tables}
         for variable in tables:
             # A scalar stands for the table: gradients come back as row slices.
