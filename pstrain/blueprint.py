@@ -78,7 +78,7 @@ def _check_compiled(model):
             "the model function must return a keras.Model; received: "
             f"{type(model).__name__}"
         )
-    if model.optimizer is None:
+    if getattr(model, "optimizer", None) is None:
         raise UsageError(
             "the model must be compiled with an optimizer and a loss; received: "
             f"{type(model).__name__} {model.name!r}; call model.compile(...) in the "

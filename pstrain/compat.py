@@ -52,13 +52,13 @@ def set_backend_value(variable, value):
 
 
 def initializer_of(initial_value):
-    """The `(initializer, shape)` behind the callable that Keras gives `tf.Variable`.
+    """What is behind the callable that Keras gives `tf.Variable`.
 
     `keras.Variable._initialize_with_initializer` (Keras 3.15) passes a lambda
     that closes over `initializer` and `self`; the shape is nowhere else.
 
     Returns:
-        `(initializer, shape tuple)`, or None for any other initial value.
+        `(initializer, shape tuple, variable path)`, or None for any other value.
     """
     if not callable(initial_value):
         return None
@@ -66,7 +66,7 @@ def initializer_of(initial_value):
     owner = names.get("self")
     if "initializer" not in names or not isinstance(owner, keras.Variable):
         return None
-    return names["initializer"], tuple(owner._shape)
+    return names["initializer"], tuple(owner._shape), owner.path
 
 
 # ---- lookups ------------------------------------------------------------------

@@ -30,7 +30,7 @@ class Table:
     Attributes:
         shape: `tf.TensorShape` of rank 2: rows, columns.
         dtype: `tf.DType`.
-        name: str.
+        name: str, the path of the Keras variable.
         initializer: makes the initial value, see `initial.rows`.
         shards: list of `tf.Variable`, consecutive blocks of rows, each on its
             ps; empty before `place`.
@@ -164,12 +164,11 @@ def creation_scope(min_table_bytes=MIN_TABLE_BYTES):
         made_by = compat.initializer_of(kwargs.get("initial_value"))
         if made_by is None:
             return next_creator(**kwargs)
-        initializer, shape = made_by
+        initializer, shape, path = made_by
         dtype = tf.as_dtype(kwargs.get("dtype") or tf.float32)
         if len(shape) != 2 or np.prod(shape) * dtype.size < min_table_bytes:
             return next_creator(**kwargs)
-        name, trainable = kwargs.get("name"), kwargs.get("trainable")
-        return Table(initializer, shape, dtype, name, trainable)
+        return Table(initializer, shape, dtype, path, kwargs.get("trainable"))
 
     with tf.variable_creator_scope(create):
         yield

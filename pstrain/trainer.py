@@ -118,9 +118,9 @@ class Trainer:
             plans.slots,
             lambda variable: optimizer.treatment(keras_optimizer, variable),
         )
-        applied = optimizer.ServerOptimizer(keras_optimizer, self._parameters)
+        self._applied = optimizer.ServerOptimizer(keras_optimizer, self._parameters)
         self._functions = StepFunctions(
-            self.model, plans.survey, self._parameters, applied
+            self.model, plans.survey, self._parameters, self._applied
         )
         self._survey = plans.survey
         self._parts = checkpoint.parts_of(self._parameters, plans.paths)
@@ -177,6 +177,10 @@ class Trainer:
             self.step += count
             self._sums.add(result)
             clock.tick()
+
+    def applied_updates(self):
+        """Updates that reached the ps: the steps, and those that were repeated."""
+        return int(self._applied.updates.numpy())
 
     def stop(self):
         """Ends `train` after the packs that are in flight; safe in a signal handler."""
