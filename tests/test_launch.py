@@ -1,4 +1,3 @@
-import contextlib
 import os
 import pathlib
 import signal
@@ -8,6 +7,8 @@ import textwrap
 import time
 
 import pytest
+
+from waiting import alive, wait_until
 
 from pstrain import processes
 
@@ -29,22 +30,30 @@ STAND_IN = """
     options = parser.parse_args()
     name = f"{options.job_name} {options.task_index}"
     coordinates = name == ("chief 0" if options.chief_host else "worker 0")
-    over = pathlib.Path(__file__).with_name("over")
+    ready, over = (pathlib.Path(__file__).with_name(n) for n in ("ready", "over"))
+
+    def say(text):
+        # In one piece, also when a signal comes.
+        os.write(1, f"{text}\\n".encode())
 
     def on_signal(signum, frame):
-        print("got", signal.Signals(signum).name, flush=True)
+        say(f"got {signal.Signals(signum).name}")
         if options.stubborn:
             return
         if coordinates:
-            print("saved", flush=True)
+            say("saved")
             over.touch()
         os._exit(128 + signum)
 
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
-    print("pid", os.getpid(), flush=True)
+    say(f"pid {os.getpid()}")
+    if coordinates:
+        ready.touch()
     task, code = options.fail.split(":")
     if name == task.replace("_", " "):
+        while not ready.exists():
+            time.sleep(0.02)
         print("cannot go on", file=sys.stderr, flush=True)
         os._exit(int(code))
     start = time.monotonic()
@@ -55,21 +64,6 @@ STAND_IN = """
             over.touch()
         time.sleep(0.02)
 """
-
-
-def alive(pid):
-    """Whether a process runs (one that only waits to be reaped does not)."""
-    with contextlib.suppress(OSError):
-        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-        return stat.rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
-def wait_until(condition, deadline_secs=20):
-    deadline = time.monotonic() + deadline_secs
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
 
 
 class Run:

@@ -4,6 +4,7 @@ import sys
 import textwrap
 
 import pytest
+from waiting import alive, wait_until
 
 import pstrain.testing
 from pstrain import errors, processes
@@ -136,8 +137,7 @@ def test_nothing_is_left_of_a_session():
         group.start("parent", ["sh", "-c", "sleep 600 & echo $!"])
         line, ended = group.next_event(10), group.next_event(10)
         assert ended == processes.Ended("parent", 0)
-        with open(f"/proc/{line.text}/stat") as stat:
-            assert stat.read().split()[2] == "Z"
+        wait_until(lambda: not alive(line.text))
 
 
 def test_start_of_a_missing_program():

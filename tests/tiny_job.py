@@ -60,7 +60,7 @@ def main():
     parser.add_argument("--task_index", type=int)
     parser.add_argument("--ps_hosts")
     parser.add_argument("--worker_hosts")
-    parser.add_argument("--chief_host")
+    parser.add_argument("--chief_host", default="")
     parser.add_argument("--hung")
     options = parser.parse_args()
     logging.set_verbosity(logging.INFO)
