@@ -17,6 +17,7 @@ When a server is dead or hangs, `call` raises after its deadline, and
 comes and the servers stay, ready for its successor.
 """
 
+import contextlib
 import json
 import os
 import queue
@@ -27,6 +28,7 @@ from pstrain import errors
 
 _TOKEN = "pstrain_control"
 _MAX_REASON_CHARS = 500
+_SIGNAL_POLL_SECS = 0.5
 
 # The tasks that this process serves: one, or all of an in-process cluster.
 _controls = {}
@@ -90,7 +92,11 @@ class Control:
         Returns:
             (exit code, the reason in a sentence).
         """
-        return self._exits.get()
+        while True:
+            # Not without a timeout: Python handles a signal when the main thread
+            # next runs, and one that comes just before it blocks does not wake it.
+            with contextlib.suppress(queue.Empty):
+                return self._exits.get(timeout=_SIGNAL_POLL_SECS)
 
     def handle(self, message):
         """Answers one message.

@@ -13,6 +13,7 @@ started itself can be killed with it. If this process is killed, even with
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import queue
@@ -41,6 +42,7 @@ for pid in sessions:
 
 # Only a daemon that left the session can keep the output open for longer.
 _LAST_LINES_SECS = 5.0
+_SIGNAL_POLL_SECS = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,10 +150,15 @@ class ProcessGroup:
 
     def next_event(self, timeout_secs=None):
         """The next of `events`; None after `timeout_secs` (None: wait for ever)."""
-        try:
-            return self.events.get(timeout=timeout_secs)
-        except queue.Empty:
-            return None
+        deadline = math.inf if timeout_secs is None else time.monotonic() + timeout_secs
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            # In short waits: Python handles a signal when the main thread next
+            # runs, and one that comes just before it blocks does not wake it.
+            with contextlib.suppress(queue.Empty):
+                return self.events.get(timeout=min(left, _SIGNAL_POLL_SECS))
+            if left == 0.0:
+                return None
 
     def _watch(self, name, process):
         """Turns the life of a process into events; one thread each."""

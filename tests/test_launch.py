@@ -7,7 +7,6 @@ import textwrap
 import time
 
 import pytest
-
 from waiting import alive, wait_until
 
 from pstrain import processes
@@ -30,7 +29,10 @@ STAND_IN = """
     options = parser.parse_args()
     name = f"{options.job_name} {options.task_index}"
     coordinates = name == ("chief 0" if options.chief_host else "worker 0")
-    ready, over = (pathlib.Path(__file__).with_name(n) for n in ("ready", "over"))
+    folder = pathlib.Path(__file__).parent
+    over = folder / "over"
+    hosts = [options.ps_hosts, options.worker_hosts, options.chief_host]
+    num_tasks = sum(len(text.split(",")) for text in hosts if text)
 
     def say(text):
         # In one piece, also when a signal comes.
@@ -48,11 +50,10 @@ STAND_IN = """
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
     say(f"pid {os.getpid()}")
-    if coordinates:
-        ready.touch()
+    (folder / f"{name}.ready").touch()
     task, code = options.fail.split(":")
     if name == task.replace("_", " "):
-        while not ready.exists():
+        while len(list(folder.glob("*.ready"))) < num_tasks:
             time.sleep(0.02)
         print("cannot go on", file=sys.stderr, flush=True)
         os._exit(int(code))
