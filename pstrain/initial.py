@@ -70,11 +70,16 @@ def rows(initializer, shape, begin, end, dtype):
     return values * tf.cast(scale, dtype) + tf.cast(shift, dtype)
 
 
+def _computes_as(initializer, kind):
+    """Whether an initializer is of a kind and has no `__call__` of its own."""
+    return type(initializer).__call__ is kind.__call__
+
+
 def _is_constant(initializer):
     kinds = keras.initializers
-    if isinstance(initializer, kinds.Constant):
+    if _computes_as(initializer, kinds.Constant):
         return np.ndim(initializer.value) == 0
-    return isinstance(initializer, kinds.Zeros | kinds.Ones)
+    return any(_computes_as(initializer, kind) for kind in (kinds.Zeros, kinds.Ones))
 
 
 def _random_law(initializer, shape, dtype):
@@ -83,20 +88,23 @@ def _random_law(initializer, shape, dtype):
     if not isinstance(seed, int) or len(shape) != 2 or tf.as_dtype(dtype) != tf.float32:
         return None
     kinds = keras.initializers
-    if type(initializer) is kinds.RandomUniform:
+    if _computes_as(initializer, kinds.RandomUniform):
         low, high = initializer.minval, initializer.maxval
         return "uniform", np.float32(high) - np.float32(low), low
-    if type(initializer) is kinds.RandomNormal:
+    if _computes_as(initializer, kinds.RandomNormal):
         return "normal", initializer.stddev, initializer.mean
-    if type(initializer) is kinds.TruncatedNormal:
+    if _computes_as(initializer, kinds.TruncatedNormal):
         return "truncated_normal", initializer.stddev, initializer.mean
-    if isinstance(initializer, kinds.VarianceScaling):
+    if _computes_as(initializer, kinds.VarianceScaling):
         return _variance_scaling_law(initializer, shape)
     return None
 
 
 def _variance_scaling_law(initializer, shape):
     fan_in, fan_out = shape
+    axes = [getattr(initializer, name, None) for name in ("input_axes", "output_axes")]
+    if axes != [None, None]:
+        return None  # fans of the user's own choice
     fan = {
         "fan_in": max(1.0, fan_in),
         "fan_out": max(1.0, fan_out),
