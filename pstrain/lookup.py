@@ -42,9 +42,10 @@ def _plain_lookup(table, ids):
         rows = tf.zeros(tf.concat([tf.shape(ids), table.shape[1:]], 0), table.dtype)
         rows.set_shape(ids.shape.concatenate(table.shape[1:]))
         return rows
+    flat = row_ids(ids, table)
     if not table.placed:
-        return tf.gather(table.read(), ids)
-    unique, positions = distinct(row_ids(ids, table))
+        return shape_like(ids, tf.gather(table.read(), flat), table)
+    unique, positions = distinct(flat)
     return shape_like(ids, tf.gather(read_rows(table, unique), positions), table)
 
 
@@ -64,8 +65,8 @@ def row_ids(ids, table):
     if ids.dtype not in (tf.int32, tf.int64):
         ids = tf.cast(ids, tf.int32)
     # Clipped before the cast: a huge id must fail, not wrap around.
-    flat = tf.clip_by_value(tf.reshape(ids, [-1]), -rows - 1, min(rows, ids.dtype.max))
-    flat = tf.cast(flat, dtype)
+    low, high = max(-rows - 1, ids.dtype.min), min(rows, ids.dtype.max)
+    flat = tf.cast(tf.clip_by_value(tf.reshape(ids, [-1]), low, high), dtype)
     flat = tf.where(flat < 0, flat + rows, flat)
     inside = tf.reduce_all((flat >= 0) & (flat < rows))
     message = f"{table.name}: an id lies outside of its {rows} rows; smallest, largest:"
