@@ -17,6 +17,7 @@ import concurrent.futures
 import dataclasses
 import json
 import os
+import re
 import uuid
 from collections.abc import Callable
 
@@ -139,6 +140,22 @@ def _flat_part(flat, buffer, keys):
     return Part(flat.device, slices, lambda: flat.split(buffer.read_value()), write)
 
 
+def absolute(directory):
+    """The absolute path of a directory for checkpoints, on any file system.
+
+    Raises:
+        UsageError: TensorFlow could write checkpoints there but not read them.
+    """
+    directory = os.fspath(directory)
+    # TensorFlow 2.21 looks for the files of a checkpoint by pattern (RestoreV2).
+    if re.search(r"[\[\\]", directory):
+        raise UsageError(
+            "TensorFlow takes [ and \\ in the path of a checkpoint for a pattern; "
+            f"received: model directory {directory}; give one without them"
+        )
+    return directory if "://" in directory else os.path.abspath(directory)
+
+
 def save(directory, step, parts, local, keep=KEEP_CHECKPOINTS):
     """Writes `<directory>/ckpt-<step>` and forgets the oldest ones.
 
@@ -173,6 +190,7 @@ def save(directory, step, parts, local, keep=KEEP_CHECKPOINTS):
             )
 
     try:
+        _remove_unfinished(directory)
         tf.io.gfile.makedirs(temporary)
         _in_parallel(
             write,
@@ -197,6 +215,13 @@ def save(directory, step, parts, local, keep=KEEP_CHECKPOINTS):
     return prefix
 
 
+def _remove_unfinished(directory):
+    """Removes what a save left behind that did not come to its end."""
+    for name in tf.io.gfile.listdir(directory):
+        if re.fullmatch(r"ckpt-\d+_temp_[0-9a-f]{8}/?", name):
+            tf.io.gfile.rmtree(os.path.join(directory, name))
+
+
 def _register(directory, prefix, keep):
     """Puts the new checkpoint into the `checkpoint` file; removes old ones."""
     state = tf.train.get_checkpoint_state(directory)
@@ -217,8 +242,14 @@ def _register(directory, prefix, keep):
 
 
 def latest(directory):
-    """Path of the newest checkpoint in `directory`, or None."""
-    return tf.train.latest_checkpoint(directory)
+    """Path of the newest checkpoint in `directory` that is there, or None."""
+    state = tf.train.get_checkpoint_state(directory)
+    # Not `tf.train.latest_checkpoint`, which gives None if someone has removed the
+    # newest one, so that training would begin again and push out the others.
+    for path in reversed(state.all_model_checkpoint_paths if state else []):
+        if tf.io.gfile.exists(f"{path}.index") or tf.io.gfile.exists(path):
+            return path
+    return None
 
 
 def read_step(path):

@@ -86,7 +86,7 @@ class Trainer:
         """
         cluster = getattr(cluster, "cluster", cluster)
         self.step = 0
-        self.model_dir = os.path.abspath(model_dir) if model_dir else ""
+        self.model_dir = checkpoint.absolute(model_dir) if model_dir else ""
         self._steps_per_dispatch = steps_per_dispatch
         self._stop_requested = False
         self._phase = phase

@@ -1,0 +1,1 @@
+"""Experiments: one file each, whose docstring has command, time and result."""
