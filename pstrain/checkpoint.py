@@ -31,6 +31,14 @@ KEEP_CHECKPOINTS = 5
 METADATA = "pstrain/metadata"
 STEP = "pstrain/global_step"
 LEARNING_RATE = "optimizer/learning_rate"
+# TensorFlow 2.21 cannot read slices of these (BundleReader::GetSliceValue); the
+# dtypes that they are saved in hold all of their values.
+SAVED_IN = {
+    tf.float16: tf.float32,
+    tf.bool: tf.uint8,
+    tf.uint16: tf.int32,
+    tf.uint32: tf.int64,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +67,11 @@ class Slice:
         rest = [f"0,{n}" for n in self.shape[1:]]
         sizes = " ".join(map(str, self.shape))
         return f"{sizes} {':'.join([f'{self.begin},{self.end - self.begin}', *rest])}"
+
+    @property
+    def saved_dtype(self):
+        """The dtype in the checkpoint."""
+        return SAVED_IN.get(self.dtype, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,11 +195,15 @@ def save(directory, step, parts, local, keep=KEEP_CHECKPOINTS):
     def write(name, device, group):
         with tf.device(device):
             slices = [s for part in group for s in part.slices]
+            tensors = [t for part in group for t in part.read()]
             tf.raw_ops.SaveV2(
                 prefix=name,
                 tensor_names=[s.key for s in slices],
                 shape_and_slices=[s.spec for s in slices],
-                tensors=[t for part in group for t in part.read()],
+                tensors=[
+                    tf.cast(t, s.saved_dtype)
+                    for t, s in zip(tensors, slices, strict=True)
+                ],
             )
 
     try:
@@ -292,8 +309,11 @@ def restore(path, parts, local_keys):
                 prefix=path,
                 tensor_names=[s.key for s in slices],
                 shape_and_slices=[s.spec for s in slices],
-                dtypes=[s.dtype for s in slices],
+                dtypes=[s.saved_dtype for s in slices],
             )
+            tensors = [
+                tf.cast(t, s.dtype) for t, s in zip(tensors, slices, strict=True)
+            ]
             for part in group:
                 part.write(tensors[: len(part.slices)])
                 tensors = tensors[len(part.slices) :]
@@ -305,17 +325,21 @@ def restore(path, parts, local_keys):
 def _compare(path, reader, parts):
     """Names what differs between a checkpoint and the model."""
     shapes = reader.get_variable_to_shape_map()
-    wanted = {s.key: list(s.shape) for part in parts for s in part.slices}
+    dtypes = reader.get_variable_to_dtype_map()
+    wanted = {s.key: s for part in parts for s in part.slices}
     # Variables that only the coordinator holds (seeds) are optional both ways.
     saved = {key for key in shapes if not key.startswith(("pstrain/", "seeds/"))}
     saved.discard(LEARNING_RATE)
-    problems = [f"{key} is missing" for key in wanted if key not in shapes]
-    problems += [f"{key} is not in the model" for key in saved if key not in wanted]
-    problems += [
-        f"{key} has shape {shapes[key]} instead of {shape}"
-        for key, shape in wanted.items()
-        if key in shapes and shapes[key] != shape
-    ]
+    problems = [f"{key} is not in the model" for key in saved if key not in wanted]
+    for key, one in wanted.items():
+        if key not in shapes:
+            problems.append(f"{key} is missing")
+        elif shapes[key] != list(one.shape):
+            shape = list(one.shape)
+            problems.append(f"{key} has shape {shapes[key]} instead of {shape}")
+        elif dtypes[key] != one.saved_dtype:
+            found, dtype = dtypes[key].name, one.saved_dtype.name
+            problems.append(f"{key} has dtype {found} instead of {dtype}")
     if problems:
         more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise UsageError(

@@ -27,6 +27,10 @@ FAILURE = 1
 # A second signal, or this long after the first one, ends at once.
 STOP_TIMEOUT_SECS = 60
 
+# Kept until the process ends: to delete a remote variable or function asks its
+# server, and waits for ever for one that hangs.
+_kept = []
+
 
 @dataclasses.dataclass(frozen=True)
 class JobOptions:
@@ -87,10 +91,14 @@ def run(experiment, cluster, options, *, serve_worker0):
         host = cluster.workers[0].rpartition(":")[0]
         chief = f"{host}:{ports.free_ports(1)[0]}"
         cluster = dataclasses.replace(cluster, chief=chief)
+    from pstrain import coordinator
+
     others = [task for task in cluster.tasks() if task not in skip]
+    # Connected before anything can go wrong: only so can the servers be told.
+    connected = coordinator.connect(cluster)
     code = FAILURE
     try:
-        code = _train(experiment, cluster, options)
+        code = _train(experiment, cluster, options, connected)
     except PstrainError:
         raise
     except Exception as error:
@@ -103,7 +111,7 @@ def run(experiment, cluster, options, *, serve_worker0):
         )
         if silent:
             logging.warning("no answer from %s", ", ".join(map(str, silent)))
-        del served
+        _kept.extend([served, connected])
     return code
 
 
@@ -123,7 +131,7 @@ def run_local(experiment, options, *, num_ps, num_workers):
         return _train(experiment, local.cluster, options)
 
 
-def _train(experiment, cluster, options):
+def _train(experiment, cluster, options, connected=None):
     """Trains, evaluates and reports on a cluster whose tasks answer."""
     from pstrain.trainer import Trainer
 
@@ -142,7 +150,9 @@ def _train(experiment, cluster, options):
             min_shard_bytes=options.min_shard_bytes,
             max_shards=options.max_shards,
             phase=report.phase,
+            connected=connected,
         )
+        _kept.append(trainer)
         if trainer.step >= last_step:
             logging.info(
                 "nothing to do: %s is at step %d and --last_step is %d; give a "
@@ -189,7 +199,8 @@ def _model_dir(experiment, options):
     try:
         tf.io.gfile.makedirs(path)
         probe_file = f"{path}/.pstrain_write_test"
-        tf.io.gfile.GFile(probe_file, "w").close()
+        with tf.io.gfile.GFile(probe_file, "w") as file:
+            file.write("pstrain")
         tf.io.gfile.remove(probe_file)
     except tf.errors.OpError as error:
         raise UsageError(

@@ -61,6 +61,7 @@ class Trainer:
         max_shards=None,
         min_table_bytes=None,
         phase=lambda text: None,
+        connected=None,
     ):
         """Builds the model, places it, and restores the last checkpoint.
 
@@ -80,6 +81,8 @@ class Trainer:
             min_table_bytes: int, smallest variable that is looked up by rows
                 instead of being read whole; None for 256 KiB.
             phase: callable of str, told before each slow phase.
+            connected: `tf.distribute.coordinator.ClusterCoordinator`, if there is
+                one for the cluster already; None to connect.
 
         Raises:
             UsageError: the model, the data or the checkpoint does not fit.
@@ -96,8 +99,10 @@ class Trainer:
         partitioner = coordinator.size_partitioner(
             min_shard_bytes, max_shards or num_ps
         )
-        phase("connecting to the cluster")
-        self._coordinator = coordinator.connect(cluster, partitioner)
+        if connected is None:
+            phase("connecting to the cluster")
+            connected = coordinator.connect(cluster, partitioner)
+        self._coordinator = connected
         phase("building the model")
         inputs, spec = data.dataset_functions(train_data, num_workers, seed)
         plans = blueprint.make(model, spec, num_ps, partitioner, min_table_bytes)
