@@ -168,6 +168,7 @@ def _run():
         return _run_coordinator(cluster, task)
     from pstrain import server
 
+    _import_tensorflow()
     return server.serve(cluster, task)
 
 

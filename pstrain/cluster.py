@@ -189,6 +189,11 @@ class Cluster:
         """The `host:port` of a task."""
         return self.as_dict()[task.job][task.index]
 
+    @property
+    def coordinator_task(self):
+        """The task that coordinates: the chief, or worker 0 without one."""
+        return Task("worker", 0) if self.chief is None else Task("chief", 0)
+
     def tf_config(self, task):
         """The TF_CONFIG of one task, as JSON."""
         entry = {"type": task.job, "index": task.index}
