@@ -62,6 +62,7 @@ def make(model_fn, element_spec, num_ps, partitioner, min_table_bytes=None):
         _check_compiled(model)
         optimizer.check(model.optimizer)
         compat.build_model(model, element_spec)
+    compat.key_variables_by_id(model.optimizer, model.trainable_variables)
     surveyed = survey(model, element_spec)
     _settle_tables(model, surveyed)
     slots = optimizer.build_slots(model.optimizer, model.trainable_variables)

@@ -153,17 +153,21 @@ def clear_losses(model):
 # ---- optimizers -----------------------------------------------------------------
 
 
-def key_variables_by_id(optimizer):
+def key_variables_by_id(optimizer, variables):
     """Lets `optimizer` find its slots by the Keras variable, not its tf.Variable.
 
-    The TensorFlow backend keys slots by `variable.value._unique_id`, which
-    neither a table nor a tensor inside a stateless scope has.
+    The TensorFlow backend keys slots, and what is excluded from weight decay, by
+    `variable.value._unique_id`, which a tensor inside a stateless scope lacks.
+
+    Args:
+        optimizer: an unbuilt `keras.optimizers.Optimizer`.
+        variables: list of `keras.Variable`, all that it is to train.
     """
+    # Decided while the keys are Keras's own, and by the name of the tf.Variable,
+    # which is the path of the Keras one.
+    decays = {id(v): optimizer._use_weight_decay(backend_value(v)) for v in variables}
+    object.__setattr__(optimizer, "_exclude_from_weight_decay_cache", decays)
     object.__setattr__(optimizer, "_var_key", id)
-    variables = optimizer._trainable_variables
-    optimizer._trainable_variables_indices = {
-        id(variable): index for index, variable in enumerate(variables)
-    }
 
 
 def add_slot(optimizer, *args, **kwargs):
@@ -171,6 +175,15 @@ def add_slot(optimizer, *args, **kwargs):
     return base_optimizer.BaseOptimizer.add_variable_from_reference(
         optimizer, *args, **kwargs
     )
+
+
+def moving_averages(optimizer):
+    """Dict from `id(variable)` to its slot of `use_ema`; empty without it."""
+    if not optimizer.use_ema:
+        return {}
+    averages = optimizer._model_variables_moving_average
+    variables = optimizer._trainable_variables
+    return {id(v): slot for v, slot in zip(variables, averages, strict=True)}
 
 
 def iterations_variable(optimizer):

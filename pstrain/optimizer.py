@@ -91,7 +91,6 @@ def build_slots(optimizer, variables):
         slots[id(reference_variable)].append(slot)
         return slot
 
-    compat.key_variables_by_id(optimizer)
     with compat.instance_attributes(optimizer, add_variable_from_reference=add_slot):
         optimizer.build(variables)
     expected = sum(map(len, slots.values()))
@@ -125,7 +124,7 @@ class ServerOptimizer:
         """Binds an optimizer whose slots are built to placed parameters."""
         self._optimizer = optimizer
         self._parameters = parameters
-        self._average = _moving_averages(optimizer)
+        self._average = compat.moving_averages(optimizer)
         with tf.device(ps_device(0)):
             self.updates = tf.Variable(0, dtype=tf.int64, trainable=False)
 
@@ -315,18 +314,6 @@ def _open(message, num_counts):
     specs = [(tf.int64, []), (tf.float32, [])] + [(tf.int32, [])] * num_counts
     step, learning_rate, *counts = wire.unpack(message[:size], specs)
     return step, learning_rate, counts, message[size:]
-
-
-def _moving_averages(optimizer):
-    if not optimizer.use_ema:
-        return {}
-    averages = optimizer._model_variables_moving_average
-    return {
-        id(variable): average
-        for variable, average in zip(
-            optimizer._trainable_variables, averages, strict=True
-        )
-    }
 
 
 class _UpdateScope(StatelessScope):
