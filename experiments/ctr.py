@@ -7,9 +7,9 @@ A stock Keras model with an embedding for each categorical feature learns to
 predict clicks.  The examples are drawn from a known teacher while training: so
 nothing is downloaded, no example comes twice, and the best possible AUC is known.
 
-To expect with the defaults, 3000 steps of 512 examples, on two cores: AUC 0.000
-where the teacher itself reaches 0.000.  `python tools/local_fit.py` trains the
-same in one process with `model.fit`: AUC 0.000 in 00 s.
+To expect with the defaults, 3000 steps of 512 examples on two cores: AUC 0.779
+where the teacher itself reaches 0.807, in less than a minute.  The same trained in
+one process with `model.fit` (`python tools/local_fit.py`): AUC 0.779 in 35 s.
 
 Should a worker die, the one in its place draws that worker's share again from its
 beginning; the other workers are not touched.

@@ -13,9 +13,11 @@ observed at the origin in the hour before that of the scheduled departure; nothi
 measured later.  Since the split is random, the training set has other flights of
 the same days.
 
-To expect with the defaults, 3000 steps of 512 examples, on two cores: test AUC
-0.000.  `python tools/local_fit.py --experiment=experiments.flights` trains the same
-in one process with `model.fit`: test AUC 0.000 in 00 s.
+To expect with the defaults, 3000 steps of 512 examples on two cores: test AUC 0.782
+in less than a minute.  The same trained in one process with `model.fit`
+(`python tools/local_fit.py --experiment=experiments.flights`): test AUC 0.782 in
+15 s.  From seed to seed both move by 0.001; with many more steps the model begins
+to learn the training set by heart.
 
 Should a worker die, the one in its place starts with that worker's share again.
 """
@@ -235,7 +237,9 @@ def read_table():
     table = table.merge(weather, on=["origin", "time_hour"], how="left")
     # Without a gust the column is empty.
     table["wind_gust"] = table["wind_gust"].fillna(table["wind_speed"])
-    table["weekday"] = pandas.to_datetime(table[["year", "month", "day"]]).dt.weekday
+    table["weekday"] = pandas.to_datetime(
+        table[["year", "month", "day"]]
+    ).dt.day_of_week
     table["flight_number"] = table["carrier"] + table["flight"].astype(str)
     for name, column in (
         ("departure", "sched_dep_time"),
