@@ -20,13 +20,13 @@ import contextlib
 import keras
 import numpy as np
 import tensorflow as tf
-from keras import StatelessScope
 
 from pstrain import compat, table, wire
 from pstrain.errors import UsageError
 from pstrain.lookup import split_by_shard
 from pstrain.parameters import ps_device
 from pstrain.table import table_of
+from pstrain.update import TouchedRows, UpdateScope, WholeBuffer
 
 # Optimizers whose update of one element looks at nothing but that element, so
 # that it may run on any slice of a variable and on many variables at once.
@@ -217,7 +217,7 @@ class ServerOptimizer:
             ]
             for number, (variable, shard, slots) in enumerate(shards):
                 local, values = parts[len(flats) + 2 * number :][:2]
-                target = _Rows(variable, shard, slots, local)
+                target = TouchedRows(variable, shard, slots, local)
                 done += self._update(target, values, step, learning_rate)
         return done
 
@@ -248,7 +248,7 @@ class ServerOptimizer:
         # Members of a flat buffer are treated alike, so the first speaks for all.
         first = flat.pieces[0].variable
         slots = list(zip(self._parameters.slots[id(first)], flat.slots, strict=True))
-        target = _Whole(first, flat.buffer, slots, flat.pieces[0].shape)
+        target = WholeBuffer(first, flat.buffer, slots, flat.pieces[0].shape)
         return self._update(target, gradient, step, learning_rate)
 
     def _update(self, target, gradient, step, learning_rate):
@@ -291,7 +291,7 @@ class ServerOptimizer:
     def _step_scope(self, step, learning_rate):
         """Optimizer variables as tensors, assignments recorded in the scope."""
         optimizer = self._optimizer
-        scope = _UpdateScope()
+        scope = UpdateScope()
         scope.put(compat.iterations_variable(optimizer), step)
         rate = compat.learning_rate_variable(optimizer)
         if rate is not None and learning_rate is not None:
@@ -314,94 +314,6 @@ def _open(message, num_counts):
     specs = [(tf.int64, []), (tf.float32, [])] + [(tf.int32, [])] * num_counts
     step, learning_rate, *counts = wire.unpack(message[:size], specs)
     return step, learning_rate, counts, message[size:]
-
-
-class _UpdateScope(StatelessScope):
-    """A stateless scope that accepts slices of variables and keeps differences."""
-
-    def __init__(self):
-        super().__init__(initialize_variables=False)
-        self._old = {}
-        self._difference = {}
-
-    def put_all(self, values):
-        for variable, value in values:
-            self._old[id(variable)] = value
-            self._difference[id(variable)] = 0
-            self.state_mapping[id(variable)] = value
-
-    def put(self, variable, value):
-        value = _tensor(value)
-        if id(variable) in self._old:
-            value = tf.cast(value, self._old[id(variable)].dtype)
-        self.state_mapping[id(variable)] = value
-        self._difference[id(variable)] = None  # no longer a sum of differences
-
-    def add(self, variable, value):
-        old = self.state_mapping[id(variable)]
-        value = tf.cast(_tensor(value), old.dtype)
-        self.state_mapping[id(variable)] = old + value
-        if self._difference[id(variable)] is not None:
-            self._difference[id(variable)] += value
-
-    def changed(self, variable):
-        return self.state_mapping[id(variable)] is not self._old[id(variable)]
-
-    def difference(self, variable):
-        """New minus old value; without rounding if it was a sum of differences."""
-        difference = self._difference[id(variable)]
-        if difference is None:
-            return self.state_mapping[id(variable)] - self._old[id(variable)]
-        return difference
-
-
-def _tensor(value):
-    return value.value if isinstance(value, keras.Variable) else value
-
-
-class _Whole:
-    """A flat buffer and its slots as the target of an update."""
-
-    def __init__(self, variable, storage, slots, shape):
-        self.variable = variable
-        self.storage = storage
-        self.slots = slots
-        self.constraint_shape = shape
-
-    def read(self, storage):
-        return storage.read_value()
-
-    def write(self, storage, value):
-        return storage.assign(value, read_value=False)
-
-    def add(self, storage, difference):
-        return storage.assign_add(difference, read_value=False)
-
-
-class _Rows:
-    """The touched rows of a shard and of its slots as the target of an update."""
-
-    def __init__(self, variable, storage, slots, rows):
-        self.variable = variable
-        self.storage = storage
-        self.slots = slots
-        self.constraint_shape = [-1, storage.shape[1]]
-        self._rows = rows
-
-    def read(self, storage):
-        return tf.ensure_shape(
-            storage.sparse_read(self._rows), [None, storage.shape[1]]
-        )
-
-    def write(self, storage, value):
-        return tf.raw_ops.ResourceScatterUpdate(
-            resource=storage.handle, indices=self._rows, updates=value
-        )
-
-    def add(self, storage, difference):
-        return tf.raw_ops.ResourceScatterAdd(
-            resource=storage.handle, indices=self._rows, updates=difference
-        )
 
 
 def acts_on_rows(constraint):
