@@ -93,6 +93,17 @@ def _walk(nodes, handles, library, found):
             found.append(operation)
 
 
+def before(operation):
+    """The operations that must have run before `operation`, as a set."""
+    found, waiting = set(), [operation]
+    while waiting:
+        last = waiting.pop()
+        new = {*last.controls, *(source for source, _ in last.inputs)} - found
+        found |= new
+        waiting += new
+    return found
+
+
 def task(device):
     """The task of a device, "ps 1"; "worker" for that which runs the function."""
     if "/job:" not in device:
