@@ -178,3 +178,9 @@ def table_of(variable):
     """The table that a `keras.Variable` holds, or None."""
     value = compat.backend_value(variable)
     return value if isinstance(value, Table) else None
+
+
+def whole_value(variable):
+    """A Keras variable of a trained model as a numpy array, tables included."""
+    whole = table_of(variable)
+    return whole.numpy() if whole is not None else variable.numpy()

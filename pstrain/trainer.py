@@ -10,6 +10,7 @@ If a worker dies, its pack is repeated elsewhere and the loop does not notice.
 If a ps dies, the loop ends with an error after which the last checkpoint stands.
 """
 
+import dataclasses
 import os
 import time
 
@@ -22,7 +23,6 @@ from pstrain.errors import UsageError
 from pstrain.metrics import MetricSums
 from pstrain.parameters import Parameters
 from pstrain.step import StepFunctions, control_vector
-from pstrain.table import table_of
 
 MIN_SHARD_BYTES = 256 << 10
 
@@ -150,7 +150,7 @@ class Trainer:
         Raises:
             Whatever a step raised on its worker; the state before is saved.
         """
-        clock = _Intervals(self, log_steps, on_interval)
+        clock = _Intervals(self, self._sums, log_steps, on_interval)
         try:
             while self.step < last_step and not self._stop_requested:
                 until = _next_multiple(self.step, save_steps, last_step)
@@ -290,6 +290,7 @@ class Trainer:
         self.pull()
 
 
+@dataclasses.dataclass(frozen=True)
 class Interval:
     """What an `on_interval` callable is told.
 
@@ -298,31 +299,30 @@ class Interval:
         steps: int, steps of the interval.
         examples: int, examples of the interval.
         seconds: float, time it took.
-        metrics: dict from name to float, loss first, over the interval.
+        metrics: dict from name to float, over the interval.
         learning_rate: float at its end.
     """
 
-    def __init__(self, step, steps, examples, seconds, metrics, learning_rate):
-        """Takes the values of the attributes."""
-        self.step = step
-        self.steps = steps
-        self.examples = examples
-        self.seconds = seconds
-        self.metrics = metrics
-        self.learning_rate = learning_rate
+    step: int
+    steps: int
+    examples: int
+    seconds: float
+    metrics: dict
+    learning_rate: float
 
 
 class _Intervals:
     """Cuts a training into intervals and reports each."""
 
-    def __init__(self, trainer, log_steps, on_interval):
+    def __init__(self, trainer, sums, log_steps, on_interval):
         self._trainer = trainer
+        self._sums = sums
         self._log_steps = log_steps
         self._on_interval = on_interval
         self._start = trainer.step
         self._time = time.monotonic()
         self._metrics = {}
-        trainer._sums.reset()
+        sums.reset()
 
     def tick(self):
         if self._trainer.step % self._log_steps == 0:
@@ -335,27 +335,21 @@ class _Intervals:
 
     def _report(self):
         trainer, now = self._trainer, time.monotonic()
-        self._metrics = trainer._sums.results()
+        self._metrics = self._sums.results()
         interval = Interval(
             step=trainer.step,
             steps=trainer.step - self._start,
-            examples=trainer._sums.examples,
+            examples=self._sums.examples,
             seconds=now - self._time,
             metrics=self._metrics,
             learning_rate=trainer.learning_rate(),
         )
         if self._on_interval is not None:
             self._on_interval(interval)
-        trainer._sums.reset()
+        self._sums.reset()
         self._start, self._time = trainer.step, now
 
 
 def _next_multiple(step, every, limit):
     """The next multiple of `every` after `step`, at most `limit`."""
     return min(limit, (step // every + 1) * every) if every else limit
-
-
-def whole_value(variable):
-    """A Keras variable of a trained model as a numpy array, tables included."""
-    whole = table_of(variable)
-    return whole.numpy() if whole is not None else variable.numpy()

@@ -15,7 +15,8 @@ import tensorflow as tf
 from pstrain import blueprint, checkpoint, compat, testing
 from pstrain.checkpoint import Part, Slice
 from pstrain.errors import JobError, UsageError
-from pstrain.trainer import Trainer, whole_value
+from pstrain.table import whole_value
+from pstrain.trainer import Trainer
 
 K = keras.optimizers
 SMALL = {"min_table_bytes": 700, "min_shard_bytes": 300}

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from pstrain import testing
 from pstrain.errors import UsageError
-from pstrain.table import Table
-from pstrain.trainer import Trainer, whole_value
+from pstrain.table import Table, whole_value
+from pstrain.trainer import Trainer
 
 K = keras.optimizers
 STEPS = 20
