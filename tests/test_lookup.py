@@ -95,7 +95,7 @@ def test_within_a_function_of_unknown_shapes(layer):
 def test_ragged_ids_give_ragged_rows(layer):
     ids = tf.ragged.constant([[1, 10], [], [5, 5, 0]], dtype=tf.int32)
     rows = keras.ops.take(layer.embeddings, ids, axis=0)
-    expected = tf.gather(values_of(layer), ids)
+    expected = keras.ops.take(keras.Variable(values_of(layer)), ids, axis=0)
     assert isinstance(rows, tf.RaggedTensor)
     assert rows.row_lengths().numpy().tolist() == [2, 0, 3]
     assert np.array_equal(rows.flat_values, expected.flat_values)
@@ -105,6 +105,8 @@ def test_sparse_ids_read_row_0_where_there_is_none(layer):
     ids = tf.sparse.from_dense(np.array([[3, 0], [0, 10]], "int32"))
     rows = keras.ops.take(layer.embeddings, ids, axis=0)
     assert np.array_equal(rows, values_of(layer)[[[3, 0], [0, 10]]])
+    stock = keras.Variable(values_of(layer))
+    assert np.array_equal(rows, keras.ops.take(stock, ids, axis=0))
 
 
 def test_mask_zero_masks_id_0():
