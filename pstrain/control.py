@@ -29,6 +29,8 @@ from pstrain import errors
 _TOKEN = "pstrain_control"
 _MAX_REASON_CHARS = 500
 _SIGNAL_POLL_SECS = 0.5
+_STOP_ROUNDS = 3
+_STOP_PAUSE_SECS = 0.5
 
 # The tasks that this process serves: one, or all of an in-process cluster.
 _controls = {}
@@ -38,8 +40,6 @@ _controls = {}
 # Seen in TensorFlow 2.21: tf.py_function and tf.numpy_function draw a token
 # for the function and register it in `script_ops._py_funcs`; there is no public
 # way to choose the token, and the coordinator could not know a drawn one.
-
-
 def register_remote_function(token, fn):
     """Lets `tf.raw_ops.PyFunc(token=token)` call `fn` in this process.
 
@@ -175,8 +175,15 @@ def stop_servers(
     """
     tasks = list(cluster.tasks() if tasks is None else tasks)
     message = {"command": "exit", "code": code, "reason": reason}
-    replies = _call_all(tasks, message, timeout_secs)
-    return [task for task in tasks if "error" in replies[task]]
+    # Just after one task died, a call to another may still get the dead one's
+    # error; a task that is there answers the next time.
+    for _ in range(_STOP_ROUNDS):
+        replies = _call_all(tasks, message, timeout_secs)
+        tasks = [task for task in tasks if "error" in replies[task]]
+        if not tasks:
+            break
+        time.sleep(_STOP_PAUSE_SECS)
+    return tasks
 
 
 def _call_all(tasks, message, timeout_secs):

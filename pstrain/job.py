@@ -12,12 +12,13 @@ import contextlib
 import dataclasses
 import os
 import signal
+import sys
 import time
 from collections.abc import Mapping
 
 from absl import logging
 
-from pstrain import control, ports, probe, server
+from pstrain import control, ports, probe, server, watch
 from pstrain.cluster import Task
 from pstrain.errors import JobError, PstrainError, UsageError
 from pstrain.local import LocalCluster
@@ -97,8 +98,15 @@ def run(experiment, cluster, options, *, serve_worker0):
     # Connected before anything can go wrong: only so can the servers be told.
     connected = coordinator.connect(cluster)
     code = FAILURE
+
+    def end_at_once(lost):
+        control.stop_servers(cluster, others, FAILURE, "a ps was lost")
+        print(f"pstrain: {_lost_sentence(lost)}", file=sys.stderr, flush=True)
+        os._exit(FAILURE)
+
     try:
-        code = _train(experiment, cluster, options, connected)
+        with watch.Watch(cluster, end_at_once):
+            code = _train(experiment, cluster, options, connected)
     except PstrainError:
         raise
     except Exception as error:
@@ -297,8 +305,11 @@ def _raise_if_task_lost(cluster, tasks, error):
         except probe.ProbeError as cause:
             lost.append(f"{task} at {cluster.address(task)} ({cause})")
     if lost:
-        raise JobError(
-            f"the job cannot go on without {', '.join(lost)}; start it again and "
-            "then this task with the same --model_dir, to go on from the last "
-            "checkpoint"
-        ) from error
+        raise JobError(_lost_sentence(", ".join(lost))) from error
+
+
+def _lost_sentence(lost):
+    return (
+        f"the job cannot go on without {lost}; start all tasks again with the same "
+        "--model_dir, to go on from the last checkpoint"
+    )
