@@ -24,12 +24,18 @@ import queue
 import threading
 import time
 
-from pstrain import errors
+from pstrain import errors, watch
 
 _TOKEN = "pstrain_control"
 _MAX_REASON_CHARS = 500
 _SIGNAL_POLL_SECS = 0.5
 _STOP_ROUNDS = 3
+
+# A server whose coordinator is gone for so long leaves, with this exit code. Until
+# then a coordinator that was started again finds it.
+ORPHAN_TIMEOUT_SECS = 30.0
+ORPHANED = 3
+
 _STOP_PAUSE_SECS = 0.5
 
 # The tasks that this process serves: one, or all of an in-process cluster.
@@ -76,6 +82,7 @@ class Control:
         # thread is about to wait for it can block for ever. A SimpleQueue is
         # made for that. The first entry counts.
         self._exits = queue.SimpleQueue()
+        self._watch = None
 
     def listen(self):
         """Receives the messages for this task from now on."""
@@ -109,6 +116,9 @@ class Control:
         """
         identity = {"task": str(self.task), "pid": os.getpid()}
         match message:
+            case {"command": "hello", "coordinator": str(address)}:
+                self._watch_coordinator(address)
+                return identity
             case {"command": "hello"}:
                 return identity
             case {"command": "exit", "code": int(code), "reason": str(reason)} if (
@@ -117,6 +127,16 @@ class Control:
                 self.leave(code, " ".join(reason[:_MAX_REASON_CHARS].split()))
                 return identity
         return {"error": f"{self.task} does not understand {str(message)[:200]}"}
+
+    def _watch_coordinator(self, address):
+        """Leaves when the coordinator is gone; a new one takes the place of an old."""
+        if self._watch is not None:
+            self._watch.stop()
+        self._watch = watch.Watch(
+            {"the coordinator": address},
+            lambda lost: self.leave(ORPHANED, f"lost {lost}"),
+            grace_secs=ORPHAN_TIMEOUT_SECS,
+        ).start()
 
 
 def _answer(request):
@@ -156,6 +176,17 @@ def call(task, command, timeout_secs=10.0, **fields):
     if "error" in reply:
         raise errors.JobError(f"{task}: {reply['error']}")
     return reply
+
+
+def greet(tasks, address):
+    """Tells servers where their coordinator is, so that they notice its end.
+
+    Args:
+        tasks: iterable of `Task`.
+        address: str, `host:port` of the coordinator.
+    """
+    message = {"command": "hello", "coordinator": address}
+    _call_all(list(tasks), message, timeout_secs=10.0)
 
 
 def stop_servers(

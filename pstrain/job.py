@@ -104,15 +104,18 @@ def run(experiment, cluster, options, *, serve_worker0):
         print(f"pstrain: {_lost_sentence(lost)}", file=sys.stderr, flush=True)
         os._exit(FAILURE)
 
+    ps = {str(t): cluster.address(t) for t in others if t.job == "ps"}
+    watching = watch.Watch(ps, end_at_once).start()
+    control.greet(others, cluster.chief)
     try:
-        with watch.Watch(cluster, end_at_once):
-            code = _train(experiment, cluster, options, connected)
+        code = _train(experiment, cluster, options, connected)
     except PstrainError:
         raise
     except Exception as error:
         _raise_if_task_lost(cluster, others, error)
         raise
     finally:
+        watching.stop()
         reason = "the job is over" if code == 0 else "the coordinator has ended"
         silent = control.stop_servers(
             cluster, others, code=0 if code != FAILURE else FAILURE, reason=reason
