@@ -161,10 +161,7 @@ def _run():
             "coordinator evaluates at the end of the training"
         )
     os.environ["TF_CONFIG"] = cluster.tf_config(task)
-    coordinates = task.job == "chief" or (
-        cluster.chief is None and task == cluster_lib.Task("worker", 0)
-    )
-    if coordinates:
+    if task == cluster.coordinator_task:
         return _run_coordinator(cluster, task)
     from pstrain import server
 

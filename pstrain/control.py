@@ -30,13 +30,12 @@ _TOKEN = "pstrain_control"
 _MAX_REASON_CHARS = 500
 _SIGNAL_POLL_SECS = 0.5
 _STOP_ROUNDS = 3
+_STOP_PAUSE_SECS = 0.5
 
 # A server whose coordinator is gone for so long leaves, with this exit code. Until
 # then a coordinator that was started again finds it.
 ORPHAN_TIMEOUT_SECS = 30.0
 ORPHANED = 3
-
-_STOP_PAUSE_SECS = 0.5
 
 # The tasks that this process serves: one, or all of an in-process cluster.
 _controls = {}
@@ -46,6 +45,8 @@ _controls = {}
 # Seen in TensorFlow 2.21: tf.py_function and tf.numpy_function draw a token
 # for the function and register it in `script_ops._py_funcs`; there is no public
 # way to choose the token, and the coordinator could not know a drawn one.
+
+
 def register_remote_function(token, fn):
     """Lets `tf.raw_ops.PyFunc(token=token)` call `fn` in this process.
 

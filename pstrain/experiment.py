@@ -60,7 +60,6 @@ def find(spec):
         if not pathlib.Path(spec).is_file():
             raise UsageError(f"there is no such experiment file; received: {spec!r}")
         return
-    parent, _, name = spec.rpartition(".")
     try:
         found = importlib.util.find_spec(spec)
     except (ImportError, ValueError, AttributeError):

@@ -96,7 +96,12 @@ def run(experiment, cluster, options, *, serve_worker0):
 
     others = [task for task in cluster.tasks() if task not in skip]
     # Connected before anything can go wrong: only so can the servers be told.
-    connected = coordinator.connect(cluster)
+    connected = coordinator.connect(
+        cluster,
+        coordinator.size_partitioner(
+            options.min_shard_bytes, options.max_shards or len(cluster.ps)
+        ),
+    )
     code = FAILURE
 
     def end_at_once(lost):

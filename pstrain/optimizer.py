@@ -148,9 +148,10 @@ class ServerOptimizer:
             List of operations on the ps, one or more a ps, that finish the update.
         """
         gradients = self._clip(self._merge_duplicates(gradients))
+        rows = self._rows_by_device(gradients)
         done = []
         for ps in range(self._parameters.sharding.num_ps):
-            done += self._apply_on(ps, gradients, step, learning_rate)
+            done += self._apply_on(ps, gradients, rows, step, learning_rate)
         with tf.device(self.updates.device):
             done.append(self.updates.assign_add(1, read_value=False))
         return done
@@ -190,24 +191,22 @@ class ServerOptimizer:
             clipped[key] = value
         return clipped
 
-    def _apply_on(self, ps, gradients, step, learning_rate):
+    def _apply_on(self, ps, gradients, rows, step, learning_rate):
         """One message to one ps: step, learning rate, dense gradients, rows."""
         flats = [f for f in self._parameters.dense if f.ps == ps]
-        shards, rows = self._rows_of(ps, gradients)
-        if not flats and not shards:
+        rows = rows.get(ps_device(ps), [])
+        if not flats and not rows:
             return []
-        counts = [tf.size(local) for local, _ in rows]
+        counts = [tf.size(local) for _, _, _, local, _ in rows]
         header = [step, learning_rate, *counts]
         body = [flat.join(gradients) for flat in flats]
-        for local, values in rows:
+        for _, _, _, local, values in rows:
             body += [local, values]
         message = wire.pack([*header, *body])
         with tf.device(ps_device(ps)):
-            step, learning_rate, counts, rest = _open(message, len(shards))
+            step, learning_rate, counts, rest = _open(message, len(rows))
             specs = [(flat.dtype, [flat.size]) for flat in flats]
-            for (_, shard, _), (local, values), n in zip(
-                shards, rows, counts, strict=True
-            ):
+            for (_, shard, _, local, values), n in zip(rows, counts, strict=True):
                 specs += [(local.dtype, [n]), (values.dtype, [n, shard.shape[1]])]
             parts = wire.unpack(rest, specs)
             done = [
@@ -215,34 +214,40 @@ class ServerOptimizer:
                 for flat, gradient in zip(flats, parts, strict=False)
                 for op in self._update_flat(flat, gradient, step, learning_rate)
             ]
-            for number, (variable, shard, slots) in enumerate(shards):
+            for number, (variable, shard, slots, _, _) in enumerate(rows):
                 local, values = parts[len(flats) + 2 * number :][:2]
                 target = TouchedRows(variable, shard, slots, local)
                 done += self._update(target, values, step, learning_rate)
         return done
 
-    def _rows_of(self, ps, gradients):
-        """The shards on `ps` that get rows: `(variable, shard, slots)`, rows."""
-        shards, rows = [], []
+    def _rows_by_device(self, gradients):
+        """Sorts the row gradients of all tables by the ps that is to get them.
+
+        Returns:
+            Dict from device to a list of `(variable, shard, slots, rows, values)`,
+            with the rows numbered within the shard.
+        """
+        by_device = {}
         for variable in self._parameters.tables:
             gradient = gradients.get(id(variable))
             if gradient is None:
                 continue
             whole = table_of(variable)
-            slots = self._parameters.slots[id(variable)]
-            local, order = [gradient.indices], [None]
+            local, values = [gradient.indices], [gradient.values]
             if len(whole.shards) > 1:
                 local, order = split_by_shard(whole, gradient.indices)
-            for number, shard in enumerate(whole.shards):
-                if f"task:{ps}/" not in shard.device:
-                    continue
-                values = gradient.values
-                if order[number] is not None:
-                    values = tf.gather(values, order[number])
-                shard_slots = [(slot, table_of(slot).shards[number]) for slot in slots]
-                shards.append((variable, shard, shard_slots))
-                rows.append((local[number], values))
-        return shards, rows
+                values = [tf.gather(gradient.values, places) for places in order]
+            for number, (shard, *rows) in enumerate(
+                zip(whole.shards, local, values, strict=True)
+            ):
+                slots = [
+                    (slot, table_of(slot).shards[number])
+                    for slot in self._parameters.slots[id(variable)]
+                ]
+                by_device.setdefault(shard.device, []).append(
+                    (variable, shard, slots, *rows)
+                )
+        return by_device
 
     def _update_flat(self, flat, gradient, step, learning_rate):
         # Members of a flat buffer are treated alike, so the first speaks for all.

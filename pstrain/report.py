@@ -34,7 +34,8 @@ class Report:
         self._interactive = self._out.isatty() if interactive is None else interactive
         self._clock = clock or time.monotonic
         self._start = self._clock()
-        self._written = None
+        self._writers = {}
+        self._line_open = False
 
     def phase(self, text):
         """Announces what happens next, before it takes long."""
@@ -86,8 +87,6 @@ class Report:
         else:
             logging.info("%s", line)
 
-    _line_open = False
-
     def evaluation(self, step, metrics):
         """Reports an evaluation at a global step."""
         self._end_line()
@@ -98,9 +97,9 @@ class Report:
     def close(self):
         """Ends the progress line and the files."""
         self._end_line()
-        for writer in (self._written or {}).values():
+        for writer in self._writers.values():
             writer.close()
-        self._written = None
+        self._writers = {}
 
     def _end_line(self):
         if self._line_open:
@@ -120,8 +119,6 @@ class Report:
     def _writer(self, run):
         import tensorflow as tf
 
-        if self._written is None:
-            self._written = {}
-        if run not in self._written:
-            self._written[run] = tf.summary.create_file_writer(f"{self.logdir}/{run}")
-        return self._written[run]
+        if run not in self._writers:
+            self._writers[run] = tf.summary.create_file_writer(f"{self.logdir}/{run}")
+        return self._writers[run]
