@@ -208,10 +208,11 @@ def _model_dir(experiment, options):
     if not path:
         name = experiment.name.rpartition(".")[2] or "experiment"
         path = os.path.join("runs", name, time.strftime("%Y%m%d-%H%M%S"))
-    if "://" not in path:
-        path = os.path.abspath(path)
     import tensorflow as tf
 
+    from pstrain import checkpoint
+
+    path = checkpoint.absolute(path)
     try:
         tf.io.gfile.makedirs(path)
         probe_file = f"{path}/.pstrain_write_test"

@@ -1,6 +1,7 @@
 """Watching a task: loss, return within the grace, another process in its place."""
 
 import queue
+import threading
 
 import pytest
 
@@ -13,15 +14,23 @@ FAST = {"every_secs": 0.01, "strikes": 3, "grace_secs": 0.05}
 def answers(monkeypatch):
     """What the task answers from now on: an incarnation, or None for silence."""
     state = {"incarnation": 1, "looks": 0, "silence_until": 0}
+    state["looked"] = threading.Condition()
 
     def get_status(address):
-        state["looks"] += 1
+        with state["looked"]:
+            state["looks"] += 1
+            state["looked"].notify_all()
         if state["incarnation"] is None or state["looks"] < state["silence_until"]:
             raise probe.ProbeError("connection refused")
         return probe.Status(devices=(), incarnation=state["incarnation"])
 
     monkeypatch.setattr(probe, "get_status", get_status)
     return state
+
+
+def wait_for_looks(answers, count):
+    with answers["looked"]:
+        assert answers["looked"].wait_for(lambda: answers["looks"] >= count, 10)
 
 
 def start(lost):
@@ -37,9 +46,8 @@ def test_a_silent_task_is_lost_with_name_address_and_cause(answers):
 
 def test_a_task_that_was_started_anew_is_lost(answers):
     lost = queue.SimpleQueue()
-    watching = start(lost)
-    while not watching._incarnations:
-        pass
+    start(lost)
+    wait_for_looks(answers, 2)  # the first one has been taken in
     answers["incarnation"] = 2
     assert lost.get(timeout=10) == "ps 1 at h:1 (it was started anew)"
 
@@ -48,7 +56,6 @@ def test_a_task_that_answers_again_within_the_grace_is_not_lost(answers):
     lost = queue.SimpleQueue()
     answers["silence_until"] = 4
     watching = start(lost)
-    while answers["looks"] < 20:
-        pass
+    wait_for_looks(answers, 20)
     watching.stop()
     assert lost.empty()
